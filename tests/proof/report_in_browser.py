@@ -37,7 +37,7 @@ const words = [...document.querySelectorAll("p, li, dt, dd, td, th, pre, figcapt
   parseFloat(getComputedStyle(each).fontSize));
 parent.document.title = JSON.stringify(
   [document.documentElement.scrollWidth, Math.min(...letters), Math.min(...words),
-   Math.max(...[...document.querySelectorAll("tr")].map(row => row.clientHeight))]);
+   Math.max(...[...document.querySelectorAll("tr:not([data-step])")].map(row => row.clientHeight))]);
 </script>"""
 KINDS = ("sweep", "run", "runs")
 
@@ -80,8 +80,9 @@ def browse(page: Path, folder: Path) -> tuple[str, list[str]]:
     [
         # 3 and 5 of quality, 1 of throughput; 3 · 6 learning curves; 3 and 2 of memory
         pytest.param("sweep", 8, 9 + 18 + 5, 0, 0, id="sweep"),
-        # 3 held out; 3, 2 and 1 of rewards; 1, 3, 3, 1, 1, 1 of the policy; 5 of time; 2 · 3 and 3 of memory
-        pytest.param("run", 15, 3 + 6 + 10 + 5 + 9, 8, 5, id="run"),
+        # 3 held out; 3, 2 and 1 of rewards, 1 of completions; 1, 3, 3, 1, 1, 1 of the policy; 1 of tokens a
+        # second; 2 · 3 and 3 of memory
+        pytest.param("run", 17, 3 + 6 + 1 + 10 + 1 + 9, 8, 5, id="run"),
         pytest.param("runs", 1, 2, 0, 0, id="runs"),
     ],
 )
@@ -120,6 +121,32 @@ def test_a_phone_shows_it_whole_and_legibly(pages, tmp_path, kind):
     assert width == 400
     assert letters >= 10.5 and words >= 13
     assert row <= 3 * 30  # cells of at most three lines
+
+
+ASK = """<script>
+const asked = document.querySelector(".filter");
+const shown = () => [...document.querySelectorAll("#completions tbody tr")].filter(row => !row.hidden).length;
+const counts = [shown()];
+for (const [name, value] of [["reward-from", "0.5"], ["words", "a4a5"], ["step-to", "19"]]) {
+  asked.elements[name].value = value;
+  asked.dispatchEvent(new Event("input"));
+  counts.push(shown());
+}
+document.title = JSON.stringify([counts, document.querySelector(".filter output").textContent]);
+</script>"""
+
+
+def test_completions_are_filtered_by_what_is_asked_for(pages, tmp_path):
+    """Of six those with a reward of 0.5 or more, then with words in them, then of a step that has none."""
+    page = tmp_path / "asked.html"
+    page.write_text(without_policy(pages["run"].read_text()).replace("</body>", f"{ASK}</body>"))
+    dom, _ = browse(page, tmp_path)
+    counts, said = json.loads(re.search("<title>(.*?)</title>", dom)[1])
+    assert counts == [6, 3, 3, 0] and said == "0 of 6"
+
+
+def test_the_pages_own_script_runs_under_its_policy(pages, tmp_path):
+    assert re.search(r"<output>6 of 6</output>", browse(pages["run"], tmp_path)[0])
 
 
 def without_policy(text: str) -> str:
