@@ -1,7 +1,7 @@
 """The phases of a step as one process does them: its share of the groups, as many rows at once as fit.
 
-Each is a transaction: where memory runs out it is done again with fewer rows, to the same end. What it
-depends on is fixed before it begins.
+Each phase runs through `Fit.run`, which chooses the rows. If memory runs out, it drops what the phase has
+done and repeats it from the same inputs with fewer rows; the result is the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ class Phases:
     def _sample(
         self, step: int, prompts: list[Prompt], groups: Sequence[int], *, draw: int
     ) -> tuple[Batch | None, Scores]:
-        """Samples and judges this process's groups; what is known of the others' is exchanged.
+        """Samples and judges this process's groups; all processes exchange the scores.
 
         prompts: of groups with these numbers. draw: see `step_uniforms`.
         """
@@ -103,7 +103,7 @@ class Phases:
         if share.groups:
             with run.clock("reward"):
                 batch = sampled.select_groups(range(len(share.groups))) if share.padding_groups else sampled
-                part = vars(run.rewards(batch))
+                part = vars(run.rewards(batch))  # the fields of `Scores`, which can be sent
         with run.clock("wait"):
             parts = run.world.exchange(f"the sampling of step {step}", part)
         return batch, Scores.join([Scores(**part) for part in parts if part])

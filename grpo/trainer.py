@@ -35,12 +35,13 @@ from grpo.types import Batch, Step
 
 
 class Trainer:
-    """One run: `for step in Trainer(config)`, or `Trainer(config).train()`; one that may not take a step
-    stands in a `with`, or is closed.
+    """One run: `for step in Trainer(config)`, or `Trainer(config).train()`.
 
-    model: a name, or a model of transformers', which is trained itself. prompts: a path, or rows of columns.
-    rewards: functions in TRL's signature. What is left out the settings name. A `Run` that is open already
-    goes on from its checkpoint, if it has one.
+    If it may be that no step is taken, use it in a `with` statement, or call `close`.
+
+    model: a name, or a model of transformers', which is trained in place. prompts: a path, or rows of
+    columns. rewards: functions in TRL's signature. Each of them that is not given comes from the settings.
+    Given an open `Run`, the trainer goes on from its checkpoint, if it has one.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Trainer:
                 run = opened.enter_context(open_run(run, Inputs(model, tokenizer, prompts, rewards)))
             self.run, self.config = run, run.config
             self.phases = Phases(run)
-            self.stepper = GuardedOptimizer(
+            self.guarded = GuardedOptimizer(
                 run.policy.model,
                 run.optimizer,
                 self.config.max_grad_norm,
@@ -138,7 +139,7 @@ class Trainer:
             prompts = run.source.draw(config.num_prompts)
             batch, scores = self.phases.sample_and_reward(step, prompts)
             batch = self.phases.score(batch)
-            rewards = self.rewards(batch, scores)
+            rewards = self.rewards_less_kl(batch, scores)
             advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
             if batch is not None:
                 batch = batch.with_columns(credit=self.credit(batch, scores, rewards, advantages))
@@ -153,7 +154,7 @@ class Trainer:
             better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
             self.interrupted = not done and self._anyone_stops()
             if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
-                self.stepper.keep_together(run.world)
+                self.guarded.keep_together(run.world)
                 run.sampler.refresh()  # of what may have been copied from another process
                 self.save(best=better, last=done)
 
@@ -165,15 +166,15 @@ class Trainer:
         """
         run = self.run
         stands_in = isinstance(error, ProcessLost) and error.rank == 0 and run.world.rank == 1
-        if self.finished <= self.saved or self.stepper.moved or (self.config.shard and error is not None):
+        if self.finished <= self.saved or self.guarded.moved or (self.config.shard and error is not None):
             return
         if self.config.shard:
             run.world.exchange("the end of this run", self.finished)  # ProcessLost where others go on
-        self.stepper.skipped_in_a_row = 0
+        self.guarded.skipped_in_a_row = 0
         self.save(stands_in=stands_in)
 
-    def rewards(self, batch: Batch | None, scores: Scores) -> Tensor:
-        """Returns the step's rewards (N,), less the KL where it is part of them. batch: this process's."""
+    def rewards_less_kl(self, batch: Batch | None, scores: Scores) -> Tensor:
+        """Returns the step's rewards (N,), less the KL with `kl_in_reward`. batch: this process's."""
         rewards = scores.rewards
         if self.config.kl_in_reward and self.run.reference is not None:
             kl = self.phases.kl(batch)  # (N,)
@@ -201,12 +202,13 @@ class Trainer:
         kl_coef = 0.0 if config.kl_in_reward else self.kl_coef
         gradients = self.phases.gradients(step, batch, scores, kl_coef=kl_coef)
         with run.clock("learn"):
-            metrics = self.stepper.step(gradients)
+            metrics = self.guarded.step(gradients)
+            # Sampler and scorer can be compared in the first iteration alone: later the policy has moved.
             rounding = {name: value for name, value in metrics.items() if name.startswith("sampling/")}
             for _ in range(config.num_iterations - 1):
                 if metrics["skipped"]:
                     break  # the batch is to blame: it would fail again
-                metrics = self.stepper.step(gradients) | rounding  # the policy itself has moved
+                metrics = self.guarded.step(gradients) | rounding
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
         metrics["memory/tokens_twice"] = self.phases.tokens_twice
@@ -216,7 +218,7 @@ class Trainer:
 
     def _finish(self, step: int, scores: Scores) -> None:
         """From here on the step is part of the run, whatever happens."""
-        self.finished, self.source_state, self.stepper.moved = step, self.run.source.state(), False
+        self.finished, self.source_state, self.guarded.moved = step, self.run.source.state(), False
         self.run.rewards.state.global_step = step
         self.num_tokens += int(scores.prompt_lengths.sum() + scores.lengths.sum())
 
@@ -249,7 +251,7 @@ class Trainer:
             "best_reward": self.best_reward,
             "num_tokens": self.num_tokens,
             **self.progress.state(self.finished),
-            **self.stepper.state(),
+            **self.guarded.state(),
             "memory": self.run.fit.state(),
             "cache": self.phases.cache_plan.state(),
             "settings": to_plain(replace(self.config, resume=None)),
@@ -265,7 +267,7 @@ class Trainer:
         if self.config.kl_target is not None:
             self.kl_coef = state["kl_coef"]
         self.best_reward, self.num_tokens = state["best_reward"], state["num_tokens"]
-        self.stepper.restore(state)
+        self.guarded.restore(state)
         self.run.fit.restore(state["memory"])
         self.phases.cache_plan.restore(state.get("cache", {}))
         self.finished, self.source_state = state["step"], state["source"]

@@ -75,7 +75,7 @@ def master_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 @torch.no_grad()
-def move(optimizer: torch.optim.Optimizer) -> None:
+def step_with_masters(optimizer: torch.optim.Optimizer) -> None:
     """Takes an optimizer's step, for which weights in bf16 become their fp32 masters.
 
     Not all at once: as many as the largest of them takes memory for, which is less than what learning needed

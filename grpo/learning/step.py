@@ -12,7 +12,7 @@ from torch import nn
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
 from grpo.learning.loss_scale import LossScale
-from grpo.learning.masters import LOW_BITS, master_dtype, move
+from grpo.learning.masters import LOW_BITS, master_dtype, step_with_masters
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -70,7 +70,7 @@ class GuardedOptimizer:
                     self._skip(", ".join(broken))
             else:
                 self.moved = True
-                move(self._optimizer)
+                step_with_masters(self._optimizer)
                 self.skipped_in_a_row = 0
                 if self._loss_scale is not None:
                     self._loss_scale.note_good_step()

@@ -22,7 +22,7 @@ def table(
     """A table with a line for each row, under the names of all of them; a line is drawn for a row None.
 
     The first column names the rows and stands on the left, and so does one with words in it; figures stand
-    on the right. A cell that is None is left empty, and a column of nothing else is left out.
+    on the right. A cell that is None is left empty, and a column of nothing but None is left out.
     """
     shown = Table(
         title=title or None,
@@ -35,8 +35,8 @@ def table(
     filled = [row for row in rows if row is not None]
     cells: dict[str, list[str | Text]] = {}
     for name in dict.fromkeys(name for row in filled for name in row):
-        column = [_as_text(row.get(name)) for row in filled]
-        if any(column):
+        if any(row.get(name) is not None for row in filled):
+            column = [_as_text(row.get(name)) for row in filled]
             is_figures = bool(cells) and all(map(_is_figure, column))
             shown.add_column(name, justify="right" if is_figures else "left", no_wrap=not cells)
             cells[name] = column

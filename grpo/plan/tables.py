@@ -93,9 +93,9 @@ class Measured:
                 {
                     "phase": phase,
                     "rows": largest.rows,
-                    "predicted": None if predicted is None else _in_gb(predicted),
-                    "measured": None if measured is None else _in_gb(measured),
-                    "off by": f"{predicted / measured - 1:+.1%}" if predicted and measured else None,
+                    "predicted": "" if predicted is None else _in_gb(predicted),
+                    "measured": "" if measured is None else _in_gb(measured),
+                    "off by": f"{predicted / measured - 1:+.1%}" if predicted and measured else "",
                     "process": f"{largest.process_bytes / GB:.2f}",
                     "s": f"{largest.seconds:.2f}",
                     "retries": self.retries[phase],

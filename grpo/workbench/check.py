@@ -130,14 +130,14 @@ def _step_times(
     model = random_model(make_target(shape, device, dtype))
     if compiled:
         model.base_model.compile()
-    stepper = GuardedOptimizer(model, make_optimizer(model, OptimizerSettings()), 1.0)
+    guarded = GuardedOptimizer(model, make_optimizer(model, OptimizerSettings()), 1.0)
     vocabulary = shape.get_text_config(decoder=True).vocab_size
     windows = torch.randint(vocabulary, (settings.batch_size, context + 1))
     times = []
     try:
         for _ in range(1 + settings.steps):
             start = time.perf_counter()
-            stepper.step(lambda: accumulate_lm(model, windows, dtype=dtype, rows=settings.batch_size))
+            guarded.step(lambda: accumulate_lm(model, windows, dtype=dtype, rows=settings.batch_size))
             times.append(time.perf_counter() - start)  # it reads the loss, and so waits for the device
     finally:
         torch.set_num_threads(before[0])

@@ -172,7 +172,7 @@ def train_lm(task: Task, folder: Path) -> None:
     low_bits = {} if task.uses_lora else split_masters(model, target.dtype)
     optimizer = make_optimizer(model, task, low_bits)
     loss_scale = LossScale() if target.dtype == torch.float16 else None
-    stepper = GuardedOptimizer(
+    guarded = GuardedOptimizer(
         model, optimizer, task.max_grad_norm, loss_scale=loss_scale, remedy="lower --learning-rate"
     )
     checkpointing = choose_checkpointing(task.gradient_checkpointing)
@@ -206,7 +206,7 @@ def train_lm(task: Task, folder: Path) -> None:
     def evaluate(step: int) -> None:
         losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
         mean = losses.mean().item()
-        if not math.isfinite(mean) or (step and stepper.num_skipped == step):
+        if not math.isfinite(mean) or (step and guarded.num_skipped == step):
             raise FloatingPointError(f"after {step} updates the held-out loss is {mean}")
         tracker.log(step, {"eval_loss": mean})
         write_whole(folder / HELDOUT_FILE, json.dumps({"step": step, "values": losses.tolist()}))
@@ -230,7 +230,7 @@ def train_lm(task: Task, folder: Path) -> None:
             # The same windows in the same order for a seed, however they are cut into batches.
             windows = corpus.train_windows(task.num_rows, task.context, generator)
             with device.measure(exact=step == 1) as peak:
-                metrics = stepper.step(partial(learn, windows))
+                metrics = guarded.step(partial(learn, windows))
             seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
             known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}
             tracker.log(step, {**known, **metrics, **device.read().as_metrics()})

@@ -116,6 +116,7 @@ def test_its_folder_holds_all_its_report_lacks_nothing_and_its_yaml_repeats_it(o
         "completions.jsonl",
         "memory.jsonl",
         "log.txt",
+        "starts.jsonl",
         "checkpoints",
         "model",
         "rewards",
@@ -126,13 +127,15 @@ def test_its_folder_holds_all_its_report_lacks_nothing_and_its_yaml_repeats_it(o
     checkpoint = run_folder / "checkpoints" / "step-000002"
     assert find_damage(checkpoint) is None and AutoModelForCausalLM.from_pretrained(checkpoint)
     assert re.findall("<h2>(.*?)</h2>", make_page([run_folder])) == [
-        "What it says",
+        "Summary",
         "Held-out quality",
         "Reward",
         "Policy",
         "What it wrote",
+        "All logged completions",
         "Time",
         "Memory",
+        "Where it ran",
         "Settings",
     ]
     settings = yaml.safe_load((run_folder / "config.yaml").read_text())

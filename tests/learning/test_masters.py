@@ -68,7 +68,7 @@ def test_twenty_updates_are_those_of_fp32_masters(name, kind):
 
     def trained(model: torch.nn.Module, low_bits: dict) -> list[torch.Tensor]:
         optimizer = make_optimizer(model, settings, low_bits)
-        stepper = GuardedOptimizer(model, optimizer, 1.0)
+        optimizer_guard = GuardedOptimizer(model, optimizer, 1.0)
         for step in range(20):
             generator = torch.Generator().manual_seed(step)
             rows = torch.randint(16, (3, 4), generator=generator).tolist()
@@ -82,7 +82,7 @@ def test_twenty_updates_are_those_of_fp32_masters(name, kind):
                     )
                 return {"loss": 0.0}
 
-            assert not stepper.step(accumulate)["skipped"]
+            assert not optimizer_guard.step(accumulate)["skipped"]
         return [master_of(parameter, optimizer) for parameter in model.parameters()]
 
     expected = trained(copy.deepcopy(model), {})
@@ -102,7 +102,7 @@ def test_steps_that_bf16_cannot_hold_are_kept():
     rounded, before = weight.detach().clone(), master_of(weight, optimizer)
     for _ in range(5):
         weight.grad = torch.ones_like(weight, dtype=FP32)
-        masters.move(optimizer)
+        masters.step_with_masters(optimizer)
     assert (weight != rounded).float().mean() < 0.01
     moved = before - master_of(weight, optimizer)
     assert moved.mean().item() == pytest.approx(5e-7, rel=0.01)

@@ -36,17 +36,17 @@ def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
 
 def test_a_step_applies_the_accumulated_gradient_and_forgets_it():
     """Numbers that were in .grad before are no part of it."""
-    model, stepper = make()
+    model, guarded = make()
     model.weight.grad = torch.tensor([[100.0, 100.0]])
-    metrics = stepper.step(giving(model, (3.0, 4.0), kl=0.1))
+    metrics = guarded.step(giving(model, (3.0, 4.0), kl=0.1))
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
     assert metrics == {"loss": 0.5, "kl": 0.1, "grad_norm": pytest.approx(5.0), "skipped": 0.0}
     assert model.weight.grad is None
     # Clipped to a norm of 1: (0.6, 0.8). The norm before is what is reported; below it nothing changes.
-    model, stepper = make(max_grad_norm=1.0)
-    assert stepper.step(giving(model, (3.0, 4.0)))["grad_norm"] == pytest.approx(5.0)
+    model, guarded = make(max_grad_norm=1.0)
+    assert guarded.step(giving(model, (3.0, 4.0)))["grad_norm"] == pytest.approx(5.0)
     assert torch.allclose(model.weight, torch.tensor([[0.94, 1.92]]))
-    stepper.step(giving(model, (0.3, 0.4)))
+    guarded.step(giving(model, (0.3, 0.4)))
     assert torch.allclose(model.weight, torch.tensor([[0.91, 1.88]]))
 
 
@@ -65,30 +65,30 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(logged, value
     """Nor do Adam's moments move."""
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    stepper = GuardedOptimizer(model, optimizer, max_grad_norm)
-    stepper.step(giving(model, (3.0, 4.0)))
+    guarded = GuardedOptimizer(model, optimizer, max_grad_norm)
+    guarded.step(giving(model, (3.0, 4.0)))
     weight = model.weight.detach().clone()
     moments = {name: moment.clone() for name, moment in optimizer.state[model.weight].items()}
     broken = ((value, 4.0), {}) if where == "grad_norm" else ((3.0, 4.0), {where: value})
-    metrics = stepper.step(giving(model, broken[0], **broken[1]))
+    metrics = guarded.step(giving(model, broken[0], **broken[1]))
     assert torch.equal(model.weight, weight) and model.weight.grad is None
     assert all(torch.equal(optimizer.state[model.weight][name], moment) for name, moment in moments.items())
-    assert metrics["skipped"] == 1.0 and stepper.num_skipped == 1
+    assert metrics["skipped"] == 1.0 and guarded.num_skipped == 1
     assert any(f"step skipped: {where} is " in line and "1 skipped" in line for line in logged)
 
 
 def test_three_in_a_row_end_the_run_two_do_not():
-    model, stepper = make()
+    model, guarded = make()
     good, bad = giving(model, (3.0, 4.0)), giving(model, (3.0, 4.0), loss=math.nan)
     for accumulate in (bad, bad, good, bad, bad):
-        metrics = stepper.step(accumulate)
+        metrics = guarded.step(accumulate)
         assert metrics["skipped"] == (accumulate is bad)
     with pytest.raises(Diverged, match=r"3 steps in a row .*loss is nan.*--learning-rate.*--kl-coef"):
-        stepper.step(bad)
-    assert stepper.num_skipped == 5
+        guarded.step(bad)
+    assert guarded.num_skipped == 5
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
     with pytest.raises(Diverged, match="4 steps in a row"):  # a count from a checkpoint is no fresh start
-        stepper.step(bad)
+        guarded.step(bad)
 
 
 def noting(seen: list, prepare: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
@@ -112,7 +112,7 @@ def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config
     with pytest.raises(Diverged):
         train(replace(config, steps=9, num_iterations=4), absurd)
     trainer, before = seen
-    assert trainer.finished == 2 and trainer.stepper.num_skipped == 3
+    assert trainer.finished == 2 and trainer.guarded.num_skipped == 3
     assert all(map(torch.equal, trainer.model.parameters(), before))
     assert [path.name for path in trainer.run.checkpoints.all()] == ["step-000002"]
     assert sum("step skipped" in line for line in logged) == 3
@@ -120,12 +120,12 @@ def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config
 
 def test_a_skipped_step_does_not_move_the_adaptive_kl_coefficient(config):
     def spoil_the_kl(trainer: Trainer) -> None:
-        step = trainer.stepper.step
-        trainer.stepper.step = lambda accumulate: step(lambda: {**accumulate(), "kl": math.nan})
+        step = trainer.guarded.step
+        trainer.guarded.step = lambda accumulate: step(lambda: {**accumulate(), "kl": math.nan})
 
     seen: list = []
     train(replace(config, kl_target=1e-6), noting(seen, spoil_the_kl))
-    assert seen[0].stepper.num_skipped == 2 and seen[0].kl_coef == config.kl_coef
+    assert seen[0].guarded.num_skipped == 2 and seen[0].kl_coef == config.kl_coef
 
 
 def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monkeypatch, logged):
