@@ -42,7 +42,7 @@ MALLOC_OVERHEAD = 3.0
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes on one device. On the host, allocated and reserved are both the resident set."""
+    """Bytes on one device. On the host, allocated and reserved are both what the process holds."""
 
     device: str
     allocated_bytes: int
@@ -50,9 +50,10 @@ class MemoryReading:
     peak_bytes: int
 
     def as_metrics(self) -> dict[str, float]:
-        sizes = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
+        sizes = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
         if self.device == "CPU":
-            del sizes["reserved"]
+            sizes = {"process": self.allocated_bytes}
+        sizes["peak"] = self.peak_bytes
         return {f"memory/{name}_gb": size / GB for name, size in sizes.items()}
 
     def __str__(self) -> str:

@@ -59,11 +59,12 @@ def judge_run(folder: Path) -> LeakVerdict:
         if "num_tokens" not in line:
             continue
         step, tokens = line["step"], int(line["num_tokens"] - tokens_before)
-        tokens_before, allocated = line["num_tokens"], int(line["memory/allocated_gb"] * GB)
-        if "memory/reserved_gb" not in line:  # on a host nobody counted tensors: what is resident
-            samples.append(MemorySample(step, allocated, tokens=tokens))
+        tokens_before = line["num_tokens"]
+        if "memory/reserved_gb" not in line:  # a host's, where nobody counts tensors
+            held = line.get("memory/process_gb", line.get("memory/allocated_gb", 0.0))  # its name before
+            samples.append(MemorySample(step, int(held * GB), tokens=tokens))
         elif step in process:  # by the last phase of the step
-            reserved = int(line["memory/reserved_gb"] * GB)
+            allocated, reserved = (int(line[f"memory/{name}_gb"] * GB) for name in ("allocated", "reserved"))
             samples.append(MemorySample(step, process[step], allocated, reserved, tokens))
     return report(detect_leak(samples), samples, folder)
 

@@ -101,7 +101,7 @@ def test_a_run_of_own_rewards_and_prompts_shows_its_plan_before_and_what_it_meas
     completions = read_lines(folder / "runs/own/completions.jsonl")
     assert len(completions) == 16 and completions[0]["prompt"].startswith("Say ")
     assert all(row["rewards"]["brevity"] == -len(row["completion"]) / 100 for row in completions)
-    assert len(re.findall(r"CPU memory - allocated: \d+\.\d\dGB, peak: \d+\.\d\dGB", own_run.stderr)) == 2
+    assert len(re.findall(r"CPU memory - process: \d+\.\d\dGB, peak: \d+\.\d\dGB", own_run.stderr)) == 2
     before, after = own_run.stderr.split("step 1 -")
     assert "Memory planned; budget" in before and "rows at once" in before and "headroom" in before
     assert "Memory measured" in after and "measured ┃ off by ┃ process" in " ".join(after.split())

@@ -189,8 +189,8 @@ def test_what_malloc_keeps_is_not_used_and_who_else_is_on_a_host_is_not_said(mon
     assert abs(resident_bytes() - 64 * MB - Device().used_bytes()) < 4 * MB
     assert Device().neighbours() == "" and Device().slack == FIRST_SLACK
     said = str(Device().read())
-    assert said.startswith("CPU memory - allocated: ") and said.endswith("GB") and "reserved" not in said
-    assert Device().read().as_metrics().keys() == {"memory/allocated_gb", "memory/peak_gb"}
+    assert said.startswith("CPU memory - process: ") and said.endswith("GB") and "reserved" not in said
+    assert Device().read().as_metrics().keys() == {"memory/process_gb", "memory/peak_gb"}
 
 
 def test_where_a_peak_cannot_be_reset_nothing_seems_to_have_grown_by_it(monkeypatch):

@@ -245,7 +245,7 @@ def test_a_step_is_one_line_of_80_columns_that_stays(terminal):
     said = file.getvalue()
     assert "2 + 2?" in said and "→ 4�[2J" in said and "(right 1.00)" in said
     assert "Two and two?" in said and "…" in said and "x" * 400 not in said
-    logger.bind(piped=True).info("CPU memory - allocated: 0.60GB, peak: 0.60GB")
+    logger.bind(piped=True).info("CPU memory - process: 0.60GB, peak: 0.60GB")
     logger.info("held-out at step 0: {}", held_out_line({f"eval_c{n}/some_column": 0.5 for n in range(9)}))
     said = re.sub(r"\x1b\[\d*m", "", file.getvalue()[len(said) :])
     assert "CPU memory" not in said
