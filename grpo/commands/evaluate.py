@@ -1,7 +1,7 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,8 +29,11 @@ from grpo.data.reward_files import (
 from grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import Evaluation
+    from grpo.prompt import Prompt
     from grpo.rewards import EnginePool
+    from grpo.run.trained import TrainedModel
 
 
 USUAL_LIMIT = 1000
@@ -206,27 +209,13 @@ def main(config: EvaluateConfig, console: Console) -> None:
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
     """Evaluate a model in each mode; the first also has the columns of games and mates, if asked for."""
-    from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
-    from grpo.play.player import make_player
-    from grpo.play.self_play import mate_in_one, self_play
-    from grpo.run.setup import start_engine
     from grpo.run.trained import TrainedModel
 
-    task, trained = config.task, TrainedModel.of(model, config.device, config.task)
+    trained = TrainedModel.of(model, config.device, config.task)
     heldout = trained.prompts(seed=config.seed, heldout_count=config.most_prompts).heldout
-    tasks = {prompt.task for prompt in heldout}
     with ExitStack() as stack:
-        engine, judge = None, None
-        if config.wants_engine and "policy" in tasks:
-            is_asked_for = config.stockfish or config.stockfish_path is not None
-            engine = start_engine(replace(task, engine="auto") if is_asked_for else task, stack)
-            if engine is None and is_asked_for:
-                raise UserError("--stockfish: none was found; give --stockfish-path, or leave it out")
-        _say_judge(config, tasks, engine)
-        if config.reward or config.runs:
-            judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
-            judge.check(tasks, heldout[:PROMPTS_LOOKED_AT])
+        engine, judge = open_judge(config, heldout, stack)
         results = {
             mode: evaluate(
                 trained.sampler,
@@ -244,20 +233,55 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     mode, columns = next(iter(results.items()))
     if not columns.scores:
         raise UserError(
-            f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
+            f"{config.task.prompts} holds prompts of your own, which only rewards can score: give --reward "
             "file.py:name, or name the run that was trained on them"
         )
     if "policy/legal" in columns.scores and "policy/best_move" not in columns.scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
     if config.self_play or mates:
-        player = make_player(trained, temperature=config.modes[mode].temperature, rows=config.rows)
+        columns |= play(config, trained, heldout, mates)
+    return {**results, mode: columns}
+
+
+def open_judge(
+    config: EvaluateConfig, heldout: "Sequence[Prompt]", stack: ExitStack
+) -> "tuple[EnginePool | None, RewardFunctions | None]":
+    """The engine that ranks moves, and the rewards, each None where it is not wanted. ValueError for rewards
+    that these prompts are not for.
+    """
+    from grpo.data.reward_functions import RewardFunctions
+    from grpo.run.setup import start_engine
+
+    task, tasks, engine, judge = config.task, {prompt.task for prompt in heldout}, None, None
+    if config.wants_engine and "policy" in tasks:
+        is_asked_for = config.stockfish or config.stockfish_path is not None
+        engine = start_engine(replace(task, engine="auto") if is_asked_for else task, stack)
+        if engine is None and is_asked_for:
+            raise UserError("--stockfish: none was found; give --stockfish-path, or leave it out")
+    _say_judge(config, tasks, engine)
+    if config.reward or config.runs:
+        judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
+        judge.check(tasks, heldout[:PROMPTS_LOOKED_AT])
+    return engine, judge
+
+
+def play(
+    config: EvaluateConfig, trained: "TrainedModel", heldout: "Sequence[Prompt]", mates: list[chess.Board]
+) -> "Evaluation":
+    """The columns of games against itself and of mates in one, as far as they are asked for."""
+    from grpo.evaluate import Evaluation
+    from grpo.play.player import make_player
+    from grpo.play.self_play import mate_in_one, self_play
+
+    settings, columns = next(iter(config.modes.values())), Evaluation({}, {})
+    player = make_player(trained, temperature=settings.temperature, rows=config.rows)
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
         starts = fens if config.self_play_from == "prompts" else None
         columns |= self_play(player, config.self_play, fens=starts, seed=config.seed)
     if mates:
         columns |= mate_in_one(player, mates, seed=config.seed)
-    return {**results, mode: columns}
+    return columns
 
 
 def _say_judge(config: EvaluateConfig, tasks: set[str], engine: "EnginePool | None") -> None:

@@ -38,12 +38,8 @@ class Words(NamedTuple):
     """The memory of a card that is not there, to plan for."""
 
 
-def parse(words: Sequence[str] | None = None) -> Words:
-    """Parses `sys.argv`, or `words`. ValueError where TRL is missing, and for a size that is none.
-
-    TRL's parser ends the process for flags that are wrong.
-    """
-    words = list(sys.argv[1:] if words is None else words)
+def _own_parser() -> argparse.ArgumentParser:
+    """The flags that are ours, beside TRL's."""
     parser = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("of grpo-lean")
     group.add_argument(
@@ -88,6 +84,16 @@ def parse(words: Sequence[str] | None = None) -> Words:
         help="with --dry-run: plan for a card that is not there, such as 24GB",
     )
     parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by accelerate, of `main`
+    return parser
+
+
+def parse(words: Sequence[str] | None = None) -> Words:
+    """Parses `sys.argv`, or `words`. ValueError where TRL is missing, and for a size that is none.
+
+    TRL's parser ends the process for flags that are wrong.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    parser = _own_parser()
     if {"-h", "--help"} & {*words}:
         print(parser.format_help().partition("\n\n")[2])
     trl_parser = _script().make_parser(prog="grpo-lean trl")

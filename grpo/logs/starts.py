@@ -1,4 +1,4 @@
-"""Where and how a run was started: date, machine, versions, commit and command."""
+"""The start of a run, for its records: date, machine, versions, commit and command."""
 
 import json
 import platform

@@ -29,7 +29,7 @@ MARGIN_REASONS = {
     "cpu": "for the scatter of a process's peaks from run to run",
     "accelerator": "for what no allocator shows, by one published case",
 }
-"""What `safety_margin` is for, by the type of device."""
+"""The reason for `safety_margin`, by the type of device."""
 
 
 @dataclass(frozen=True)

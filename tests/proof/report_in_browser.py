@@ -137,7 +137,7 @@ document.title = JSON.stringify([counts, document.querySelector(".filter output"
 
 
 def test_completions_are_filtered_by_what_is_asked_for(pages, tmp_path):
-    """Of six those with a reward of 0.5 or more, then with words in them, then of a step that has none."""
+    """Three of six have a reward of 0.5 or more; all of those hold the words, none is of an earlier step."""
     page = tmp_path / "asked.html"
     page.write_text(without_policy(pages["run"].read_text()).replace("</body>", f"{ASK}</body>"))
     dom, _ = browse(page, tmp_path)

@@ -30,7 +30,7 @@ _COLORS = {
 CANDIDATES, SHOWN = 96, 3
 """Completions logged last, among which the best and worst of each task are chosen; how many are shown."""
 LETTERS = 1000
-"""Of a prompt or a completion in the table of all."""
+"""The longest prompt or completion that the table of all shows whole."""
 
 
 class BoardCard(NamedTuple):

@@ -24,7 +24,7 @@ BATCH_SIZE = "batch size"
 PALETTE = ("#165472", "#d89000", "#3091f2", "#723900", "#4aa587", "#b070c0", "#0000f2", "#00178c")
 """Colours that are told apart without red or green sight as well, and dark enough for lines on white."""
 LEAST_SHARE = 0.005
-"""Of the sum of a stack, below which a part is left out."""
+"""A part of a stack that is a smaller share of the whole is left out."""
 _INK, _SOFT = "#1c2430", "#5a6675"
 _PHASES = ("sample", "score", "learn", "update", "reward", "other", "wait", "reduce")
 COLORS = dict(zip(_PHASES, PALETTE, strict=True)) | {"all": _INK, "usable": _INK, "ran out": PALETTE[3]}
