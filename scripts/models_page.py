@@ -8,6 +8,7 @@ a kind neither passes nor is refused.
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -153,9 +154,9 @@ whose rows come and go.
 
 Each row goes through behind a prompt of its own, and rows begin together.
 
-| kind | scored in | sampled in | why |
+| scored in | sampled in | why | kinds |
 |---|---|---|---|
-{_rows((found.kind, found.scored, found.sampled, found.words) for found in slower)}
+{_rows(_together(slower))}
 
 How fast each way is beside the first, on one model that can do all: rook-tiny over RookWorld's texts,
 32 rows of up to {NEW_TOKENS} tokens, in fp32 ({processor()}); medians of rounds in turns, and their range.
@@ -168,9 +169,9 @@ How fast each way is beside the first, on one model that can do all: rook-tiny o
 
 Most of these look at what follows, as they are no causal models by themselves.
 
-| kind | why |
+| why | kinds |
 |---|---|
-{_rows((found.kind, found.words) for found in refused)}
+{_rows(row[2:] for row in _together(refused))}
 
 ## Not made here ({len(absent)})
 
@@ -178,6 +179,21 @@ A tiny model of these takes a package, or sizes that the script does not know; a
 
 {_wrapped(", ".join(found.kind for found in absent) + ".")}
 """
+
+
+def _together(results: Sequence[Found]) -> list[list[str]]:
+    """Rows of the ways, the reason in few words, and the kinds that share them; the most kinds come first."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for found in results:
+        kinds.setdefault((found.scored, found.sampled, _shorter(found.words)), []).append(found.kind)
+    rows = [[*ways, ", ".join(names)] for ways, names in kinds.items()]
+    return sorted(rows, key=lambda row: (-row[3].count(","), row))
+
+
+def _shorter(reason: str) -> str:
+    """A reason without the figures and names in which kinds differ."""
+    parts = re.sub(r"come out [\d.e+-]+ nats wrong", "come out wrong", reason).split("; ")
+    return "; ".join("it takes a cache's layers for tensors" if "StaticLayer" in it else it for it in parts)
 
 
 def _of_speed(speed: Speed) -> list[str]:
