@@ -91,10 +91,12 @@ def reward_as_share(evaluation: Evaluation, weights: Mapping[str, float]) -> Eva
     weights: of the functions, by name. A prompt has the weights of those that score it.
     """
     scores = evaluation.scores
-    if "reward" not in scores:
-        return evaluation
     counts = {name: len(scores.get(f"rewards/{name}/mean", ())) for name in weights}
-    most = sum(weights[name] * count for name, count in counts.items()) / len(scores["reward"])
+    most = sum(weights[name] * count for name, count in counts.items()) / max(
+        1, len(scores.get("reward", ()))
+    )
+    if "reward" not in scores or most <= 0:
+        return evaluation
     return Evaluation({**scores, "reward": scores["reward"] / most}, evaluation.prompts)
 
 

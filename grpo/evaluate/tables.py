@@ -24,7 +24,8 @@ def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", com
         for name, evaluation in evaluations.items():
             row[name] = _mean(evaluation, column)
             if compared and evaluation is not first:
-                row[f"difference of {name}"] = _difference(first, evaluation, column)
+                heading = "difference" if len(evaluations) == 2 else f"difference of {name}"
+                row[heading] = _difference(first, evaluation, column)
         scored = (them.scores[column] for them in evaluations.values() if column in them.scores)
         row["n"] = " ".join(dict.fromkeys(str(len(scores)) for scores in scored))
         rows.append(row)
