@@ -15,25 +15,6 @@ from grpo.workbench.report.read import SweepFolder, prefix_by_run
 from grpo.workbench.report.text import Fact, show, show_figure
 from grpo.workbench.sizes import Record, figure
 
-FIGURES = (
-    "status",
-    "message",
-    "is_finished",
-    "tuned",
-    "final_train",
-    "final_heldout",
-    "best_heldout",
-    "seconds",
-    "rate",
-    "peak_bytes",
-    "predicted_bytes",
-    "added_bytes",
-    "updates",
-    "learning_rate",
-    "warmup_updates",
-    "start_s",
-)
-"""Figures of a size that are shown as they are."""
 ALIKE = 1.1
 """Times as long: what one run of each size, after one another, cannot tell apart."""
 _ALIKE = "One run of each cannot tell these apart: at most a tenth longer."
@@ -98,7 +79,7 @@ def size_records(sweep: SweepFolder) -> list[dict[str, Any]]:
     records = []
     for size in sweep.sizes:
         heldout, train = size.final_heldout, size.final_train
-        record = {name: getattr(size, name) for name in FIGURES} | {BATCH_SIZE: size.batch_size}
+        record = {**vars(size), BATCH_SIZE: size.batch_size}
         record["is_best"] = size is best
         record["usable"] = sweep.usable_bytes if size.peak_bytes and is_near else None
         record["ran out"] = size.predicted_bytes if size.status == "out of memory" else None
