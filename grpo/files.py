@@ -27,7 +27,7 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The text of `path` from now on."""
+    """Writes a file whole or not at all."""
     with replacing(path) as file:
         file.write(text)
 
@@ -62,7 +62,7 @@ def as_path(name: str | Path) -> Path:
 
 
 def shown(path: Path) -> Path:
-    """As a person would name it in the present folder."""
+    """A path as a person would name it in the present folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -163,7 +163,7 @@ def _settings(command: Command) -> Any:
 
 
 def _load(place: str) -> Any:
-    """MODULE:NAME."""
+    """Imports what MODULE:NAME names."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -80,7 +80,7 @@ def help_text(program: str, width: int = 100) -> str:
 
 
 def settings_page() -> str:
-    """docs/settings.md."""
+    """Returns the text of docs/settings.md."""
     lines = [
         "# Settings",
         "",

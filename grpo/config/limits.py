@@ -87,7 +87,7 @@ class Values(NamedTuple):
 
 @cache
 def values_of(settings: Any) -> dict[str, Values]:
-    """By field of a dataclass."""
+    """Returns the values that each field of a dataclass may have, by its name."""
     hints = get_type_hints(settings, include_extras=True)
     return {item.name: _values(hints[item.name]) for item in fields(settings)}
 

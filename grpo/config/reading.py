@@ -96,7 +96,7 @@ class CutOff(SettingsError):
 
 
 def write_yaml(config: Config, path: Path) -> None:
-    """Whole or not at all, whatever happens on the way: what was there stays until it is replaced."""
+    """Writes settings whole or not at all: what was there stays until it is replaced."""
     write_whole(path, f"{_WHOLE}\n{yaml.safe_dump(to_plain(config), sort_keys=False)}{_END}\n")
 
 
@@ -117,7 +117,7 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
 
 
 def _saved_settings(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Those of the newest checkpoint that has some, and where that is."""
+    """The settings of the newest checkpoint that has some, and where that is."""
     for state in sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True):
         try:
             settings = json.loads(state.read_text(encoding="utf-8"))["settings"]

@@ -77,12 +77,12 @@ class RunSettings(Settings):
 
     @property
     def num_prompts(self) -> int:
-        """Prompts a step."""
+        """The prompts of a step."""
         return self.num_rows // self.group_size
 
     @property
     def num_rows(self) -> int:
-        """Completions a step, N; ValueError while batch_size is still auto."""
+        """The completions of a step, N; ValueError while batch_size is still auto."""
         if self.batch_size == "auto":
             raise UserError("batch_size is auto: it has not been found yet.")
         return self.batch_size

@@ -20,7 +20,7 @@ def is_size(text: str) -> bool:
 
 
 def _bytes(text: str) -> int:
-    """0 for what is no size."""
+    """Parses a size; 0 for what is none."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[f"{match[2].upper()}B" if match[2] else ""]) if match else 0
     without_unit = match is not None and not (match[2] or match[3])

@@ -1,4 +1,4 @@
-"""From what a person types after `--prompts` to a source of prompts.
+"""Opens the source of prompts that a person names after `--prompts`.
 
 Left out on purpose: streaming, for datasets that are larger than the disk.
 """
@@ -184,7 +184,7 @@ def _in_memory(spec: str | Rows, maker: RowParser) -> Numbered:
 
 
 def _rows(spec: str | Rows, maker: RowParser) -> Iterator[tuple[str, Any, Convert]]:
-    """Each with its id, and what makes prompts of it."""
+    """Yields each row with its id and the function that makes prompts of it."""
     if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
             if not file.is_file():
@@ -203,7 +203,7 @@ def _rows(spec: str | Rows, maker: RowParser) -> Iterator[tuple[str, Any, Conver
 
 
 def _readable(rows: Rows) -> Iterator[Any]:
-    """Rows one by one. ValueError where one cannot be read.
+    """Yields rows one by one. ValueError where one cannot be read.
 
     A dataset of Hugging Face's decodes a row's images and sounds as it gives it, for which files or packages
     may be missing.

@@ -106,7 +106,7 @@ class BegunCall:
     scores: Mapping[str, "Future[list[float]]"]
 
     def cancel(self) -> None:
-        """Ends what still runs of it."""
+        """Cancels what still runs of the call."""
         for future in self.scores.values():
             future.cancel()
 

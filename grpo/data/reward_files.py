@@ -46,7 +46,7 @@ _ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
 def load_rewards(
     specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()
 ) -> dict[str, RewardFunction]:
-    """By name: functions as they are, others as of `load_reward`.
+    """Loads rewards by name; a function stays as it is, a text goes through `load_reward`.
 
     ValueError for two of one name, and for weights of another number.
     """
@@ -211,7 +211,7 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def _handlers() -> dict[int, Any]:
-    """By signal, where they can be set: in the main thread."""
+    """The handlers of signals, where they can be set: in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -61,7 +61,7 @@ class Scores:
 
     @staticmethod
     def join(parts: Sequence["Scores"]) -> "Scores":
-        """One after the other."""
+        """Returns the rows of all parts, one after the other."""
         metrics: dict[str, list[float]] = {}
         for name, values in (item for part in parts for item in part.metrics.items()):
             metrics[name] = [*metrics.get(name, ()), *values]
@@ -230,5 +230,5 @@ class RewardFunctions:
 
 
 def _key_of(prompt: Prompt, texts: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """Returns a prompt, as an object, and what was sampled for it."""
+    """The key of a begun call: the prompt as an object, and what was sampled for it."""
     return id(prompt), tuple(texts)

@@ -31,7 +31,7 @@ Question = tuple[str, dict[str, Any]]
 
 
 def from_record(record: Columns, row_id: str, maker: RowParser) -> list[Prompt]:
-    """A row of columns.
+    """Makes the prompts of a row of columns.
 
     The first of `prompt`, `text` (a RookWorld line) and `fen` that has a value says what is asked, unless the
     settings do. The other columns are kept for the rewards.
@@ -52,12 +52,12 @@ def from_record(record: Columns, row_id: str, maker: RowParser) -> list[Prompt]:
 
 
 def from_line(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
-    """A line of text, which is its only column."""
+    """Makes the prompts of a line of text, which is its row's only column."""
     return from_record({"text": line.rstrip("\r\n")}, row_id, maker)
 
 
 def from_json(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
-    """One JSON object, its keys the columns."""
+    """Makes the prompts of a JSON object, whose keys are the columns."""
     try:
         record = json.loads(line, parse_float=finite)
     except RecursionError:
@@ -68,14 +68,14 @@ def from_json(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
 
 
 def finite(text: str) -> float:
-    """The number. ValueError for one like 1e400, which would come out as infinity."""
+    """Returns the number. ValueError for one like 1e400, which would come out as infinity."""
     if math.isinf(number := float(text)):
         raise UserError(f"{text} is beyond the largest number, about 1.8e308")
     return number
 
 
 def from_position(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
-    """A FEN or EPD line: what to play there, and what one random legal move leads to.
+    """Makes two prompts of a FEN or EPD line: what to play there, and what one random legal move leads to.
 
     The move is drawn with the position as the seed, so that a held-out set is the same in all runs.
     """
@@ -92,7 +92,7 @@ def from_position(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
 
 
 def from_game(game: chess.pgn.Game, row_id: str, maker: RowParser) -> list[Prompt]:
-    """All positions of a game's main line, and all its moves with their real history.
+    """Makes prompts of all positions of a game's main line, and of all its moves with their real history.
 
     Ids count half-moves: "games.pgn:3.17:policy" is what to play after 17 of them in game 3.
     """

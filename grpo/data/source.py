@@ -35,7 +35,7 @@ class TaskQueue:
         self._order = array("q")  # of the epoch, from its first draw on
 
     def take(self) -> int:
-        """The next number."""
+        """Returns the number of the next prompt."""
         if not self._order:
             self._order = array("q", range(len(self.numbers)))  # in 8 bytes each
             random.Random(f"{self._seed} {self._epoch}").shuffle(self._order)
@@ -82,7 +82,7 @@ class PromptSource:
         self._num_drawn = 0
 
     def add(self, number: int, prompt: Prompt) -> None:
-        """The prompt of this number, to the side that its position is on."""
+        """Adds a prompt to those to train on, or to those held out, by its position."""
         fraction = heldout_fraction(prompt) if self._heldout_share else 1.0
         if fraction < self._heldout_share:
             heap = self._heldout.setdefault(
@@ -118,7 +118,7 @@ class PromptSource:
         return {task for task, share in shares.items() if share}
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Returns the next `count` prompts."""
         return [self._draw_one() for _ in range(count)]
 
     def _draw_one(self) -> Prompt:
@@ -182,7 +182,7 @@ def position(prompt: Prompt) -> str:
 
 
 def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Columns of a batch as rewards take them: one list a name, None where a prompt has no value.
+    """Returns a batch's columns as rewards take them: one list a name, None where a prompt has no value.
 
     A batch with chess prompts has all chess columns, whichever tasks happen to be in it.
     """
@@ -192,7 +192,7 @@ def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
 
 
 def digest(prompts: Iterable[Prompt]) -> str:
-    """Tells two sets of prompts apart."""
+    """Returns a digest by which two sets of prompts are told apart."""
     return _shown(hashlib.sha256(b"".join(map(_identity, prompts))))
 
 

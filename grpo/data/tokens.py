@@ -1,4 +1,4 @@
-"""From prompts to token ids, in one place: all who count tokens count the same."""
+"""Turns prompts into token ids, in one place: all who count tokens count the same."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ Tokenizer = Callable[..., Mapping[str, Any]]
 
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt: of text with what the tokenizer adds to it, such as a token in front.
+    """Returns the token ids of each prompt, with what the tokenizer adds to a text, such as a token in front.
 
     A text that begins with that token already has it once, and what it puts behind a text is left out, since
     the text is to go on. A chat template has written all there is to be.

@@ -1,4 +1,4 @@
-"""From what a launcher has put into the environment to the processes of a run."""
+"""Opens the processes of a run, from what a launcher has put into the environment."""
 
 import os
 import socket

@@ -60,7 +60,7 @@ class Evaluation:
         return Evaluation({**self.scores, **other.scores}, {**self.prompts, **other.prompts})
 
     def prefixed(self, prefix: str) -> "Evaluation":
-        """Its columns under other names."""
+        """Returns the same columns with a prefix before their names."""
         return Evaluation(
             {prefix + name: scores for name, scores in self.scores.items()},
             {prefix + name: prompts for name, prompts in self.prompts.items()},

@@ -101,7 +101,7 @@ def reward_as_share(evaluation: Evaluation, weights: Mapping[str, float]) -> Eva
 
 
 def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Greedy ones."""
+    """Returns the model's greedy answers to the prompts."""
     settings = SamplingSettings(config.max_new_tokens, 0.0)
     uniforms = step_uniforms(len(prompts), settings.max_new_tokens, seed=SEED, step=EVALUATION_STEP)
     model = make_sampler(policy)
@@ -157,7 +157,7 @@ def load_quality(folder: Path, name: str) -> Quality:
 
 
 def save(run: Path, before: Quality, after: Quality, shown: Sequence[Example]) -> None:
-    """Into a run's folder, for its report."""
+    """Saves both qualities and the examples in a run's folder, for its report."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     save_quality(before, folder, "before")

@@ -30,7 +30,7 @@ SAMPLED = "sampled/"
 
 
 def decimals(column: str) -> int | None:
-    """With which a column is printed that is not a share in [0, 1]; None for one that is."""
+    """How many decimals a column is printed with; None for a share in [0, 1], which is printed in percent."""
     column = column.removeprefix(SAMPLED)
     return 3 if column == "reward" or column.startswith("rewards/") else {HALF_MOVES: 1}.get(column)
 

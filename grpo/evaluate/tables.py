@@ -53,14 +53,14 @@ def change_table(changes: Sequence[Change], *, num_prompts: int) -> Table:
 
 
 def _mean(evaluation: Evaluation, column: str) -> str:
-    """40.0 (30.9 to 49.8); "" where it has no such column."""
+    """A column's mean as 40.0 (30.9 to 49.8); "" where the evaluation lacks it."""
     if column not in evaluation.scores:
         return ""
     return _spread(column, evaluation.mean(column), *evaluation.interval(column))
 
 
 def _difference(first: Evaluation, other: Evaluation, column: str) -> Text:
-    """+15.0 (+5.0 to +25.0); nothing where one of them lacks the column."""
+    """The difference as +15.0 (+5.0 to +25.0); nothing where one of them lacks the column."""
     if column not in first.scores or column not in other.scores:
         return Text()
     if column in first.of_other_prompts(other):

@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + within)
 
     def _count(self, tensor: torch.Tensor) -> None:
-        """A tensor's storage is new."""
+        """Counts a tensor's storage, which is new."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, self._block_bytes(storage.nbytes())
 

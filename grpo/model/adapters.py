@@ -105,7 +105,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name; the same ones whether they are switched on or off."""
+    """The adapters' parameters, by name; the same ones whether they are switched on or off."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 

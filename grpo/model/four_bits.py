@@ -35,7 +35,7 @@ def quantized_by(model: PretrainedConfig) -> str | None:
 
 
 def layers_in_4_bits(model: nn.Module) -> dict[str, Any]:
-    """By name; empty where none is."""
+    """The layers in 4 bits, by name; empty where none is."""
     if not getattr(model, "is_loaded_in_4bit", False):
         return {}
     from bitsandbytes.nn import Linear4bit
@@ -44,7 +44,7 @@ def layers_in_4_bits(model: nn.Module) -> dict[str, Any]:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """The dtype of these layers' products."""
+    """Sets the dtype of the products of layers in 4 bits."""
     for layer in layers_in_4_bits(model).values():
         layer.compute_dtype = dtype
         # A CPU that multiplies in bf16 would order the weights anew at its first pass without gradients, in a

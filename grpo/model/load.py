@@ -198,7 +198,7 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Tokens that a text may have.
+    """The most tokens that a text may have.
 
     The model's positions reach so far, or its attention, where it goes by chunks, or its rotary frequencies
     as they are for short texts, see `rotary_limit`.

@@ -149,7 +149,7 @@ def check_whole(name: str, report: Mapping[str, Collection[Any]]) -> None:
 
 
 def _remedy(name: str, error: Exception, quantized: str | None) -> str:
-    """For whoever gave this name."""
+    """The remedy for whoever gave this name."""
     if name == BUNDLED:
         return f"the bundled model is incomplete ({error}): install again."
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

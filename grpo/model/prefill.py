@@ -105,7 +105,7 @@ def large_logits(model: PreTrainedModel) -> Iterator[None]:
 
 
 def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None) -> PromptBatch:
-    """Padded to the longest, or to `width`, with token 0; masks come from lengths, so any id would do."""
+    """Pads prompts to the longest, or to `width`, with token 0; masks come from lengths, not from ids."""
     lengths = [len(ids) for ids in prompt_ids]
     width = width or max(lengths)
     padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in prompt_ids]  # of them one tensor: quicker

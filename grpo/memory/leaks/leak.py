@@ -98,7 +98,7 @@ class LeakVerdict:
         return tuple(growth.kind for growth in self.growth if growth.leak)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the verdict as JSON can hold it."""
         return {"leak": self.leak, "kinds": list(self.kinds), **asdict(self)}
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class LeakWatch:
             self._recorded, self._recording = self._recording.stop(), None
 
     def sample(self, step: int, tokens: int | None = None) -> MemorySample:
-        """To be called at the end of every step."""
+        """Takes a sample; to be called at the end of every step."""
         if self._recording is not None:
             self._recording.boundary()
             if self._recording.num_boundaries == RECORDED_STEPS:
@@ -235,7 +235,7 @@ class LeakWatch:
         return sample
 
     def verdict(self) -> LeakVerdict:
-        """Over all samples so far, with the culprits if there is a leak."""
+        """Returns the verdict over all samples so far, with the culprits if there is a leak."""
         self.close()
         verdict = detect_leak(self.samples)
         if not verdict.leak:
