@@ -41,11 +41,11 @@ class Prompt:
 
     @property
     def for_rewards(self) -> str | Messages:
-        """As rewards get it: text, or messages."""
+        """The prompt as rewards get it: text, or messages."""
         return self.text if self.messages is None else self.messages
 
     def as_completion(self, completion: str) -> str | Messages:
-        """A completion of it in the same form."""
+        """Returns a completion of the prompt in the same form."""
         return completion if self.messages is None else [{"role": "assistant", "content": completion}]
 
 
@@ -68,7 +68,7 @@ def checked_messages(value: Any, name: str) -> Messages:
 
 
 def _joined(content: Any) -> Any:
-    """Parts that are text, as some datasets have them, as one."""
+    """Joins the parts of a content that are all text, as some datasets have them."""
     parts = content if isinstance(content, list) else []
     if parts and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)

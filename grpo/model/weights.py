@@ -295,11 +295,11 @@ class Reference:
         return adapters_off(self._model, instead=self._synced)
 
     def shard(self, compute_dtype: torch.dtype, device: torch.device) -> None:
-        """Over all processes: from here on what scores is a collective, and what is saved, too."""
+        """Shards the reference over all processes: from here on scoring and saving are collectives."""
         shard_model(self._model, compute_dtype, device)
 
     def sync(self, policy: PreTrainedModel) -> None:
-        """Become what the policy is now."""
+        """Makes the reference what the policy is now."""
         self.restore(adapter_parameters(policy) or dict(policy.named_parameters()))
 
     def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -316,7 +316,7 @@ class Reference:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become what was saved; nothing saved changes nothing."""
+        """Makes the reference what was saved; nothing saved changes nothing."""
         if not tensors:
             return
         if has_adapters(self._model):

@@ -174,7 +174,7 @@ class PhaseProbe:
         self.drop_gradients()
 
     def begin_gradients(self) -> None:
-        """As a part before leaves them."""
+        """Makes the gradients that an earlier part of a step leaves."""
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter, dtype=master_dtype(parameter))
 

@@ -122,7 +122,7 @@ class TracedPhases:
         return SCRATCH_BYTES + size.rows * text.num_attention_heads * blocks * 4 * 64 * width
 
     def _hold_recording(self, arena: Arena) -> Tensor | None:
-        """One token more; what its recording holds between its runs: room for all but what stays."""
+        """Decodes one token more, with what its recording holds between runs: room for all but what stays."""
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
         live.peak_bytes = held
@@ -136,7 +136,7 @@ class TracedPhases:
 
     @contextmanager
     def _as_reference(self) -> Iterator[PreTrainedModel]:
-        """The policy as it is, where it is scored, without adapters, or as frozen."""
+        """Yields the model that is scored: the policy as it is, without adapters, or frozen."""
         if self.work.scores == "policy":
             yield self._policy
         elif has_adapters(self._policy):

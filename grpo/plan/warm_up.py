@@ -74,7 +74,7 @@ def _with_one_pass_less(rows: int, work: Workload) -> int:
 
 
 def see_trace(fit: Fit, traced: TracedPhases, phase: str, size: PassSize) -> bool:
-    """One pass, of which nothing is computed."""
+    """Traces one pass, of which nothing is computed."""
     fit.see(phase, size, traced.added_bytes(phase, size))
     return True
 

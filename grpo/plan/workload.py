@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Parts of the model, of which this process holds one."""
+        """How many parts the model is in, of which this process holds one."""
         return self.processes if self.config.shard else 1
 
     @property
@@ -52,14 +52,14 @@ class Workload:
 
     @property
     def fixed_rows(self) -> dict[str, int]:
-        """By phase, where the settings say how many there are at once."""
+        """The rows at once of the phases for which the settings name them."""
         config = self.config
         rows = {"sample": config.rollout_rows, "score": config.score_rows, "learn": config.train_rows}
         return {phase: count for phase, count in rows.items() if count is not None}
 
     @property
     def scores(self) -> Literal["nothing", "reference", "policy"]:
-        """The model that is scored without learning, at most: autocast keeps a policy's cast weights."""
+        """Which model is scored without learning; with the policy autocast keeps its cast weights."""
         config = self.config
         follows = config.uses_lora and config.reference_sync > 0  # with adapters of its own
         if config.scores_policy or follows:
@@ -92,7 +92,7 @@ class Workload:
         }
 
     def with_settings(self, **changes: Any) -> "Workload":
-        """The same with other settings."""
+        """Returns the same workload with other settings."""
         return replace(self, config=replace(self.config, **changes))
 
     def cache_plan(self) -> CachePlan:

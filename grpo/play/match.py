@@ -70,7 +70,7 @@ def play_games(
 
 
 def _share_played(game: Game) -> float:
-    """Nobody knows how long a game will be: half of it is gone after forty half-moves."""
+    """The share of a game that is played: a half after forty half-moves, as its length is not known."""
     plies = len(game.board.move_stack)
     return 1.0 if game.is_over else plies / (40 + plies)
 

@@ -19,7 +19,7 @@ RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci"
 
 
 class Opponent(Protocol):
-    """Who moves in several games: so does `grpo.play.player.Player`."""
+    """Somebody who moves in several games, such as `grpo.play.player.Player`."""
 
     def think(self, positions: Sequence[GamePosition], *, replace: bool = True) -> list[MoveChoice]: ...
 
@@ -85,7 +85,7 @@ def engine_command(name: str) -> list[str] | None:
 
 
 def _configure(engine: chess.engine.SimpleEngine, *, elo: str) -> None:
-    """Limit its strength, where an Elo is given."""
+    """Limits an engine's strength, where an Elo is given."""
     if not elo:
         return
     option = engine.options.get("UCI_Elo")

@@ -73,7 +73,7 @@ class Player:
         return [choose_move(*pair, replace=replace) for pair in zip(positions, answers, strict=True)]
 
     def prompts(self, boards: Sequence[chess.Board]) -> list[Prompt]:
-        """As the model is asked for moves, each known by its FEN."""
+        """The prompts by which the model is asked for moves, each known by its FEN."""
         fens = [board.fen() for board in boards]
         return [Prompt(fen, policy_prompt(fen, trailing_space=self._trailing_space), {}) for fen in fens]
 

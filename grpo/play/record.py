@@ -48,7 +48,7 @@ class Game:
     def begin(
         board: chess.Board, headers: Mapping[str, object] | None = None, *, first_is_white: bool = True
     ) -> "Game":
-        """From this position, where it may be over already. Headers that are None are left out."""
+        """Begins a game at a position, where it may be over already. Headers that are None are left out."""
         texts = {name: _text(value) for name, value in (headers or {}).items() if value is not None}
         pgn = chess.pgn.Game({**texts, "Result": "*"})
         pgn.setup(board)
@@ -56,7 +56,7 @@ class Game:
 
     @property
     def moves(self) -> list[str]:
-        """UCI."""
+        """The moves of the game, in UCI."""
         return [move.uci() for move in self.board.move_stack]
 
     @property
@@ -76,7 +76,7 @@ class Game:
         return float((self.result == "1-0") == self.first_is_white)
 
     def play(self, thought: MoveChoice) -> None:
-        """A move, and what the rules say of it: nothing else ends a game, but for whoever makes none."""
+        """Plays a move; the rules end the game, or a player who makes none."""
         if thought.move is None:
             self._end("0-1" if self.board.turn else "1-0", _RESIGNED if thought.illegal else "no move")
         else:
@@ -106,7 +106,7 @@ class Game:
 
     @property
     def text(self) -> str:
-        """Its PGN, which takes 10 ms: kept, once the game is over."""
+        """The game as PGN, which takes 10 ms to make: it is kept, once the game is over."""
         text = self._text or str(self.pgn)
         if self.is_over:
             self._text = text
@@ -114,7 +114,7 @@ class Game:
 
 
 class Score(NamedTuple):
-    """Games as the first player sees them."""
+    """The score of games, as the first player sees them."""
 
     wins: int
     draws: int
@@ -128,7 +128,7 @@ class Score(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Points a game: a win is 1, a draw a half."""
+        """The points a game: a win is 1, a draw a half."""
         return (self.wins + self.draws / 2) / self.games
 
     @property
@@ -138,7 +138,7 @@ class Score(NamedTuple):
         return bounded_interval(each)
 
     def share_in_words(self) -> str:
-        """64.2 % (57.4 to 70.5)."""
+        """The share of points in words: 64.2 % (57.4 to 70.5)."""
         low, high = self.interval
         return f"{100 * self.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
@@ -165,7 +165,7 @@ class Match:
     def begin(
         players: tuple[str, str], settings: Mapping[str, object], starts: Sequence[chess.Board], count: int
     ) -> "Match":
-        """Games of which each two have one first position, with colours exchanged.
+        """Begins games, of which each two have one first position, with colours exchanged.
 
         settings: by which it is played; another match has others. They become headers, whose names are in
         lower letters, unlike those that are PGN's own.
@@ -211,7 +211,7 @@ class Match:
         return Score(points.count(1.0), points.count(0.5), points.count(0.0), pairs)
 
     def illegal_a_game(self, player: int) -> float:
-        """Illegal answers, of finished games."""
+        """The mean number of a player's illegal answers in a finished game."""
         games = self.finished
         return sum(len(game.illegal(player)) for game in games) / len(games)
 
@@ -221,7 +221,7 @@ class Match:
         return median(firsts) if firsts else None
 
     def save(self, folder: Path) -> None:
-        """All games, also those that have not begun. OSError where they cannot be written."""
+        """Saves all games, also those that have not begun. OSError where they cannot be written."""
         write_whole(folder / FILE, "\n\n".join([*(game.text for game in self.games), ""]))
 
     @staticmethod
@@ -246,7 +246,7 @@ class Match:
         return Match(games)
 
     def resume_from(self, folder: Path) -> "Match":
-        """This one, or what was played of it before, with as many games. ValueError where that is another."""
+        """Returns this match with what was played of it before. ValueError where the folder has another."""
         if not (folder / FILE).is_file():
             return self
         before = Match.load(folder).games
@@ -266,5 +266,5 @@ class Match:
 
 
 def _text(value: object) -> str:
-    """As it may stand in a PGN header."""
+    """A text as it may stand in a PGN header."""
     return " ".join(str(value).replace('"', "'").split())

@@ -34,7 +34,7 @@ def game_seed(seed: int, game: int) -> int:
 
 
 def random_move(position: GamePosition) -> chess.Move:
-    """One at random, the same for the same half-move of the same game."""
+    """A random move, the same for the same half-move of the same game."""
     moves = sorted(position.board.legal_moves, key=chess.Move.uci)
     return random.Random(f"move {position.board.ply()} of {position.seed}").choice(moves)
 

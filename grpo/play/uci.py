@@ -68,7 +68,7 @@ class Options:
             raise UserError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
 
     def changed(self, words: Sequence[str]) -> "Options":
-        """By `name NAME value VALUE`. ValueError for what there is not, or cannot be."""
+        """Returns the options after `name NAME value VALUE`. ValueError for an unknown name or value."""
         wanted, _, value = " ".join(words[1:]).partition(" value ")
         for name, (field, read, _) in _OPTIONS.items():
             if name.lower() == wanted.lower():
@@ -77,7 +77,7 @@ class Options:
 
 
 def read_position(words: Sequence[str]) -> chess.Board:
-    """By `startpos` or `fen FEN`, then `moves MOVE …`. ValueError for what is no position."""
+    """Reads `startpos` or `fen FEN`, then `moves MOVE …`. ValueError for what is no position."""
     start, _, moves = " ".join(words).partition(" moves")
     kind, _, fen = start.partition(" ")
     if kind not in ("startpos", "fen"):
@@ -91,7 +91,7 @@ def read_position(words: Sequence[str]) -> chess.Board:
 
 
 def read_go(words: Sequence[str]) -> dict[str, int]:
-    """The numbers of `go`. What is none is left out: a GUI whose `go` was refused would wait for ever.
+    """Reads the numbers of `go` and ignores the rest: a GUI whose `go` is refused waits for ever.
 
     Depths and mates mean nothing here, and a node is an answer.
     """
@@ -100,7 +100,7 @@ def read_go(words: Sequence[str]) -> dict[str, int]:
 
 
 def seconds_for(numbers: Mapping[str, int], turn: chess.Color) -> float:
-    """For a move, at most; infinite where nothing limits it.
+    """The most seconds for a move; infinite where nothing limits it.
 
     An answer is no better for more time: the clock only cuts short one that would be late. It has a
     tenth of what is left, or half of what the move adds.
@@ -201,7 +201,7 @@ class Engine:
         begun: float,
         stop: threading.Event,
     ) -> None:
-        """In the other thread: `bestmove`, whatever happens, as a GUI waits for it."""
+        """Says `bestmove`, in the other thread and whatever happens, as a GUI waits for it."""
         deadline = begun + seconds_for(numbers, position.board.turn)
         thought = MoveChoice(None, "best")
         if any(position.board.legal_moves):

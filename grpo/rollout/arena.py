@@ -92,7 +92,7 @@ class Arena:
         return not is_sharded(self.model)
 
     def reset(self, settings: SamplingSettings) -> None:
-        """Everything is free again."""
+        """Frees all slots, places and pages."""
         names = "temperature", "top_k", "top_p", "min_p"
         self._sampling = {name: getattr(settings, name) for name in names}
         self._completions.lengths.fill_(self.room.new_tokens)  # over
@@ -106,22 +106,22 @@ class Arena:
 
     @property
     def groups(self) -> Collection[int]:
-        """Groups whose prompts are here."""
+        """The groups whose prompts are in the arena."""
         return self._place_of.keys()
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that are encoded together at most: as many as all slots have rows of."""
+        """The most prompts that are encoded together: as many as all slots have rows of."""
         return -(-self.room.rows // self.room.group_size)
 
     @property
     def free_prompts(self) -> int:
-        """Prompts that there is room for."""
+        """How many prompts there is room for."""
         return self._prompts.num_free
 
     @torch.no_grad()
     def encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Prompts take free places, by their groups, and their keys and values are kept."""
+        """Encodes prompts into free places, by their groups, where their keys and values are kept."""
         taken = {group: self._prompts.take() for group in prompts}
         index = torch.tensor([*taken.values()], device=self.model.device)
         with sampling_in(self.model):
@@ -162,17 +162,17 @@ class Arena:
 
     @property
     def free_slots(self) -> int:
-        """Rows that may begin."""
+        """How many rows may begin."""
         return self.room.rows - len(self.slots)
 
     @property
     def free_pages(self) -> int:
-        """Pages that are nobody's."""
+        """How many pages are nobody's."""
         return self._pages.num_free
 
     @torch.no_grad()
     def begin(self, rows: Mapping[int, int], uniforms: Tensor) -> None:
-        """Rows take free slots and a page each, and have first tokens. rows: by group. uniforms: (…, T)."""
+        """Begins rows in free slots, with a page and a first token each. rows: by group. uniforms: (…, T)."""
         written, device, first = self._completions, self.model.device, len(self.slots)
         self.slots += [Slot(row, group) for row, group in rows.items()]
         self.add_pages(self.slots[first:])
@@ -197,7 +197,7 @@ class Arena:
         return len(slot.pages) * self.room.page < min(slot.tokens + ahead - 1, self.room.new_tokens)
 
     def add_pages(self, slots: Iterable[Slot]) -> None:
-        """Each of these rows takes a free page more."""
+        """Gives each of these rows a free page more."""
         is_new, used = not self._written, list[int]()
         for slot in slots:
             slot.pages.append(page := self._pages.take())
@@ -218,14 +218,14 @@ class Arena:
         self._keep(going_on)
 
     def close_gaps(self) -> None:
-        """Pages and prompts close up where more than an eighth of what is read is nobody's."""
+        """Moves pages and prompts together where more than an eighth of what is read is nobody's."""
         for pool, move in ((self._pages, self._move_pages), (self._prompts, self._move_prompts)):
             if pool.front > len(pool.taken) + len(pool.taken) // 8:
                 move(pool.close_gaps())
                 self._changed = True
 
     def _keep(self, going_on: list[int]) -> list[int]:
-        """Rows close up into the slots of those that leave. Returned: who is then where."""
+        """Moves rows into the slots of those that leave. Returns who is then where."""
         moves = moves_into_gaps(going_on)
         self._move([*self._completions, self._uniforms], moves)
         now_at = {moves.get(place, place): place for place in going_on}
@@ -259,7 +259,7 @@ class Arena:
 
     @torch.no_grad()
     def decode_step(self) -> None:
-        """One token more for each row that has not ended."""
+        """Decodes one token more for each row that has not ended."""
         if self._changed:
             self._tables.update(self.slots, self._place_of, self._prompts.front, self._pages.front)
             self._changed = False
@@ -308,7 +308,7 @@ class Arena:
         return (tokens.unsqueeze(1) == self._ends).any(1)
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """The states (R, D) of each row's newest token; ids and positions (R, 1)."""
+        """Returns the states (R, D) of each row's newest token; ids and positions are (R, 1)."""
         step = self._step_for(length)
         with decoding(self._config, self._layers, step):
             hidden: Tensor = self.model.base_model(
