@@ -165,78 +165,96 @@ def train_lm(task: Task, folder: Path) -> None:
     FloatingPointError where the loss ends up not finite. Memory may run out.
     """
     write_yaml(task, folder / CONFIG_FILE)
-    target = make_target(model_shape(task), choose_device(task.device), task.precision)
-    corpus, generator = open_corpus(task), torch.Generator().manual_seed(task.seed)
-    heldout = corpus.heldout_windows(max(1, task.eval_prompts), task.context)
-    model = load_model(task, target)
-    low_bits = {} if task.uses_lora else split_masters(model, target.dtype)
-    optimizer = make_optimizer(model, task, low_bits)
-    loss_scale = LossScale() if target.dtype == torch.float16 else None
-    guarded = GuardedOptimizer(
-        model, optimizer, task.max_grad_norm, loss_scale=loss_scale, remedy="lower --learning-rate"
-    )
-    checkpointing = choose_checkpointing(task.gradient_checkpointing)
-    learn = partial(
-        accumulate_lm,
-        model,
-        dtype=target.dtype,
-        rows=task.rows,
-        checkpointing=checkpointing,
-        loss_scale=loss_scale,
-    )
-    limit = parse_size(task.memory_limit) if task.memory_limit else None
-    device = Device(target.device, utilization=1.0, limit_bytes=limit)
-    predicted = _predicted(task, target)
-
-    def log_memory(step: int, peak: Peak, seconds: float) -> None:
-        line = Pass(
-            "learn",
-            task.rows,
-            task.context,
-            predicted,
-            peak.added_bytes,
-            peak.process_bytes,
-            seconds,
-            0,
-            None,
-            [],
-        )
-        tracker.log_memory(step, [[line.as_dict()]])
-
-    def evaluate(step: int) -> None:
-        losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
-        mean = losses.mean().item()
-        if not math.isfinite(mean) or (step and guarded.num_skipped == step):
-            raise FloatingPointError(f"after {step} updates the held-out loss is {mean}")
-        tracker.log(step, {"eval_loss": mean})
-        write_whole(folder / HELDOUT_FILE, json.dumps({"step": step, "values": losses.tolist()}))
-
+    run = _LmRun(task, folder)
     with ExitStack() as stack:
-        tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
-        stack.callback(tracker.close)
-        log_memory(0, Peak(process_bytes=device.used_bytes()), 0.0)  # the first update may not fit
-        learn(heldout[:1])  # and drop it: threads and kernels are there before memory is limited
-        model.zero_grad(set_to_none=True)
-        if limit is not None:
-            stack.enter_context(device.capped())
+        stack.callback(run.tracker.close)
+        run.warm_up()
+        if run.limit is not None:
+            stack.enter_context(run.device.capped())
         if task.compile:
-            model.base_model.compile()
+            run.model.base_model.compile()
         if task.eval_interval:
-            evaluate(0)
+            run.evaluate(0)
         for step in range(1, task.steps + 1):
-            start = time.perf_counter()
-            rate = learning_rate(step - 1, task.steps, task)
-            set_learning_rate(optimizer, rate)
-            # The same windows in the same order for a seed, however they are cut into batches.
-            windows = corpus.train_windows(task.num_rows, task.context, generator)
-            with device.measure(exact=step == 1) as peak:
-                metrics = guarded.step(partial(learn, windows))
-            seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
-            known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}
-            tracker.log(step, {**known, **metrics, **device.read().as_metrics()})
-            log_memory(step, peak, seconds)
+            run.update(step)
             if task.eval_interval and (step == task.steps or step % task.eval_interval == 0):
-                evaluate(step)
+                run.evaluate(step)
+
+
+class _LmRun:
+    """The parts of a run of language modelling: data, model, optimizer, and the files that it writes."""
+
+    def __init__(self, task: Task, folder: Path) -> None:
+        target = make_target(model_shape(task), choose_device(task.device), task.precision)
+        self._task, self._folder, self._dtype = task, folder, target.dtype
+        self._corpus, self._generator = open_corpus(task), torch.Generator().manual_seed(task.seed)
+        self._heldout = self._corpus.heldout_windows(max(1, task.eval_prompts), task.context)
+        self.model = load_model(task, target)
+        low_bits = {} if task.uses_lora else split_masters(self.model, target.dtype)
+        self._optimizer = make_optimizer(self.model, task, low_bits)
+        loss_scale = LossScale() if target.dtype == torch.float16 else None
+        self._guarded = GuardedOptimizer(
+            self.model,
+            self._optimizer,
+            task.max_grad_norm,
+            loss_scale=loss_scale,
+            remedy="lower --learning-rate",
+        )
+        self._learn = partial(
+            accumulate_lm,
+            self.model,
+            dtype=target.dtype,
+            rows=task.rows,
+            checkpointing=choose_checkpointing(task.gradient_checkpointing),
+            loss_scale=loss_scale,
+        )
+        self.limit = parse_size(task.memory_limit) if task.memory_limit else None
+        self.device = Device(target.device, utilization=1.0, limit_bytes=self.limit)
+        self._predicted_bytes = _predicted(task, target)
+        self.tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
+
+    def warm_up(self) -> None:
+        """Make a pass and drop it, so that threads and kernels are there before memory is limited."""
+        self._log_memory(0, Peak(process_bytes=self.device.used_bytes()), 0.0)  # the first update may not fit
+        self._learn(self._heldout[:1])
+        self.model.zero_grad(set_to_none=True)
+
+    def update(self, step: int) -> None:
+        """One optimizer step. The windows come in the same order for a seed, whatever the batch size."""
+        task, start = self._task, time.perf_counter()
+        rate = learning_rate(step - 1, task.steps, task)
+        set_learning_rate(self._optimizer, rate)
+        windows = self._corpus.train_windows(task.num_rows, task.context, self._generator)
+        with self.device.measure(exact=step == 1) as peak:
+            metrics = self._guarded.step(partial(self._learn, windows))
+        seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
+        known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}
+        self.tracker.log(step, {**known, **metrics, **self.device.read().as_metrics()})
+        self._log_memory(step, peak, seconds)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out losses after so many updates, into the files. FloatingPointError for one not finite."""
+        losses = heldout_losses(self.model, self._heldout, dtype=self._dtype, rows=EVAL_ROWS)
+        mean = losses.mean().item()
+        if not math.isfinite(mean) or (step and self._guarded.num_skipped == step):
+            raise FloatingPointError(f"after {step} updates the held-out loss is {mean}")
+        self.tracker.log(step, {"eval_loss": mean})
+        write_whole(self._folder / HELDOUT_FILE, json.dumps({"step": step, "values": losses.tolist()}))
+
+    def _log_memory(self, step: int, peak: Peak, seconds: float) -> None:
+        line = Pass(
+            phase="learn",
+            rows=self._task.rows,
+            tokens=self._task.context,
+            predicted_bytes=self._predicted_bytes,
+            added_bytes=peak.added_bytes,
+            process_bytes=peak.process_bytes,
+            seconds=seconds,
+            retries=0,
+            reason=None,
+            kv_growth=[],
+        )
+        self.tracker.log_memory(step, [[line.as_dict()]])
 
 
 def _predicted(task: Task, target: Target) -> int | None:
