@@ -34,7 +34,7 @@ def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", com
 
 def change_table(changes: Sequence[Change], *, num_prompts: int) -> Table:
     """Before and after, sampled and greedy, in percent; narrow enough for 80 columns."""
-    title = f"Held out, {num_prompts:,} prompts; percent, of the reward that of the most it can be"
+    title = f"Held out, {num_prompts:,} prompts; percent (of the reward: of its most)"
     rows: list[Row | None] = []
     mode = ""
     for change in changes:
