@@ -13,10 +13,9 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, INTERRUPTED
-from grpo.config import CONFIG_FILE, Config
+from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings, at_least
-from grpo.data.kept_files import settings_of_run, with_prompts
 from grpo.errors import UserError
 from grpo.play.thought import IllegalMoves
 
@@ -88,9 +87,7 @@ def main(config: MatchConfig, console: Console) -> int:
     from grpo.run.trained import TrainedModel
 
     players, count = (display_name(config.model), display_name(config.against)), -(-config.games // 2)
-    own = settings_of_run(config.model) or Config()
-    asked = with_prompts(own, config.prompts or own.prompts)
-    model = TrainedModel.of(config.model, config.device, asked, precision=config.precision)
+    model = TrainedModel.of(config.model, config.device, prompts=config.prompts, precision=config.precision)
     starts = (
         random_openings(count, seed=config.seed)
         if config.start == "openings"

@@ -55,28 +55,21 @@ def _own_parser() -> argparse.ArgumentParser:
         default=None,
         help="the most that may be held, such as 20GB (default: no limit)",
     )
-    group.add_argument(
-        "--skip_zero_variance",
-        "--skip-zero-variance",
-        nargs="?",
-        const="true",
-        default="false",
-        type=str.lower,
-        choices=("true", "false"),
-        metavar="",
-        help="leave groups of equal rewards out of learning",
-    )
-    group.add_argument(
-        "--dry_run",
-        "--dry-run",
-        nargs="?",
-        const="true",
-        default="false",
-        type=str.lower,
-        choices=("true", "false"),
-        metavar="",
-        help="say what fits and in how many rows, and do not train",
-    )
+    for name, meaning in (
+        ("skip_zero_variance", "leave groups of equal rewards out of learning"),
+        ("dry_run", "say what fits and in how many rows, and do not train"),
+    ):
+        group.add_argument(
+            f"--{name}",
+            f"--{name.replace('_', '-')}",
+            nargs="?",
+            const="true",
+            default="false",
+            type=str.lower,
+            choices=("true", "false"),
+            metavar="",
+            help=meaning,
+        )
     group.add_argument(
         "--device_memory",
         "--device-memory",

@@ -62,7 +62,8 @@ def code_version() -> str:
 
 def git_commit(folder: Path) -> str | None:
     """The commit that a folder's repository is at, with -dirty where files differ; None without one."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(folder), *describe]  # to look at it changes nothing
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_PATIENCE_S, check=True)
     except (OSError, subprocess.SubprocessError):

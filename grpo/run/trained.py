@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from grpo.config import Config
 from grpo.config.groups import Precision
 from grpo.data import PromptSource, load_prompts
-from grpo.data.kept_files import settings_of_run
+from grpo.data.kept_files import settings_of_run, with_prompts
 from grpo.data.reward_files import resolve_max_new_tokens
 from grpo.model.load import Policy, context_length, load_policy
 from grpo.model.target import choose_device, choose_model
@@ -37,15 +37,18 @@ class TrainedModel:
         device_name: str,
         settings: Config | None = None,
         *,
+        prompts: str | None = None,
         precision: Precision | None = None,
     ) -> "TrainedModel":
         """model: auto, rook-tiny, a hub id, a model's folder, or a run's.
 
-        settings: None: those of its run, or the defaults. precision: None: the settings'.
+        settings: None: those of its run, or the defaults. prompts, precision: None: the settings'.
         """
         device = choose_device(device_name)
         if settings is None:
             settings = settings_of_run(model) or Config()
+        if prompts is not None:
+            settings = with_prompts(settings, prompts)
         settings = resolve_max_new_tokens(settings)
         if precision is not None:
             settings = replace(settings, precision=precision)

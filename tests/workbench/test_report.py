@@ -34,7 +34,7 @@ from grpo.workbench.report.boards import completion_cards as cards
 from grpo.workbench.report.charts import COLORS, PALETTE, _colors_of, histogram, line, stack
 from grpo.workbench.report.read import SweepFolder, read_folder
 from grpo.workbench.report.run import facts as run_facts
-from grpo.workbench.report.run import with_token_rates
+from grpo.workbench.report.run import run_content, with_token_rates
 from grpo.workbench.report.sweep import sweep_content
 from grpo.workbench.report.text import duration, number, show
 from grpo.workbench.sizes import SizeResult
@@ -266,12 +266,13 @@ def test_a_page_says_where_the_run_was_started_each_time(of_run):
     assert started["commit"]["after step 10"] == "–" and started["host"]["after step 0"] == "here"
 
 
-def test_all_logged_completions_can_be_filtered_by_step_and_reward(of_run, run_folder):
+def test_all_logged_completions_can_be_filtered_by_step_and_reward(of_run, run_folder, monkeypatch):
     """Each row has what it is found by; of many there are as many as fit, evenly over the steps."""
     found = re.findall('<tr data-step="(.*?)" data-reward="(.*?)"', section(of_run, "All logged completions"))
     assert len(found) == 8 and {step for step, _ in found} == {"20"}
     assert sorted(float(reward) for _, reward in found)[:2] == [0.0, 0.1]
-    some = logged_completions(read_folder(run_folder, ""), most=4)
+    monkeypatch.setattr("grpo.workbench.report.run.MOST_COMPLETIONS", 4)
+    some = run_content(read_folder(run_folder, ""))["logged"]
     assert len(some) == 4 and all(len(row["completion"]) <= 1003 for row in some)
     weighted = replace(read_folder(run_folder, ""), settings={"reward": ["policy"], "reward_weights": [2.0]})
     assert logged_completions(weighted)[0]["reward"] == 2.0

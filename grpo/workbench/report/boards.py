@@ -89,10 +89,9 @@ def reward_weights(run: RunFolder) -> dict[str, float]:
     return dict(zip(functions, factors, strict=False))  # whose settings may be cut short
 
 
-def logged_completions(run: RunFolder, most: int | None = None) -> list[dict[str, Any]]:
-    """Step, weighted reward, prompt and completion of all that was logged, or of `most` evenly."""
-    weights, rows = reward_weights(run), [row for row in run.completions if figure(row, "step") is not None]
-    count = min(len(rows), most or len(rows))
+def logged_completions(run: RunFolder) -> list[dict[str, Any]]:
+    """Step, weighted reward, prompt and completion of all that was logged."""
+    weights = reward_weights(run)
     return [
         {
             "step": int(row["step"]),
@@ -100,7 +99,8 @@ def logged_completions(run: RunFolder, most: int | None = None) -> list[dict[str
             "prompt": shortened(_prompt(row), LETTERS),
             "completion": shortened(str(row.get("completion") or ""), LETTERS),
         }
-        for row in (rows[index * len(rows) // count] for index in range(count))
+        for row in run.completions
+        if figure(row, "step") is not None
     ]
 
 

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from grpo.evaluate.quality import in_words
+from grpo.logs.metrics import chosen_rows
 from grpo.workbench.report.boards import answer_card, completion_cards, game_card, logged_completions
 from grpo.workbench.report.read import RunFolder, curves, points, prefix_by_run
 from grpo.workbench.report.text import NOTHING, Fact, duration, mean, number, show, show_figure, show_interval
@@ -36,6 +37,7 @@ def run_content(run: RunFolder) -> dict[str, Any]:
         for count, example in enumerate(run.examples, start=1)
         for when in ("before", "after")
     ]
+    logged = logged_completions(run)
     phases: dict[str, list[Record]] = {}
     for line in run.memory:
         phases.setdefault(str(line.get("phase")), []).append(line)
@@ -51,9 +53,8 @@ def run_content(run: RunFolder) -> dict[str, Any]:
             for change in run.changes
         ],
         "completions": completion_cards(run),
-        "logged": (logged := logged_completions(run, MOST_COMPLETIONS)),
-        "filters": bool(logged),
-        "rewards": _early_and_late(logged_completions(run)),
+        "logged": [logged[row] for row in chosen_rows(MOST_COMPLETIONS, len(logged))],
+        "rewards": _early_and_late(logged),
         "starts": _side_by_side(
             "", {f"after step {start.get('step')}": _shown(start) for start in run.starts}
         ),
